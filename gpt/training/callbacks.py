@@ -119,7 +119,8 @@ class Callbacks:
     def call(self, hook: str, step: int, **arguments: Any) -> None:
         """Call a hook of all callbacks, each with the arguments that it declares.
 
-        `log(name, value)` writes a point of a curve at this step. `stop()` ends the run after this step.
+        `log(name, value)` writes a point of a curve at this step. `stop()` ends the run after this step, or
+        with several devices at the next log point or validation.
         """
         log = partial(self._log, step)
         self._fabric.call(hook, step=step, module=self._module, log=log, stop=self._request_stop, **arguments)

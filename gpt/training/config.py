@@ -80,7 +80,7 @@ class TrainerConfig:
     activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
     deterministic: bool = False  # the same bits every time on a GPU too; slower there
     log_every: int = 10
-    validate_every: int = 500  # or more often: a run validates at least four times
+    validate_every: int = 500  # or more often: a run of four or more steps validates at least four times
     checkpoint_every: int = 250
     checkpoint_minutes: float = 10.0  # also save after this many minutes without a checkpoint
     answer_minutes: float = 10.0  # timeout between processes: rank 0 saves and samples while the others wait

@@ -1,7 +1,8 @@
 """The processes of one training: their ranks, their process group, and errors that end all of them.
 
-torchrun, Ray Train or launch.py (for `trainer.devices=N`) starts the processes. All run the same program. Rank 0 makes
-all decisions, prepares the text, writes and prints. The others receive the decisions through torch.distributed.
+torchrun, Ray Train or launch.py (for `trainer.devices=N`) starts the processes. All run the same program. Rank 0
+prepares the text, writes and prints. It makes all decisions but to stop or to save early, which any rank may ask for.
+torch.distributed sends them to the others.
 """
 
 import contextlib

@@ -79,7 +79,7 @@ def require_devices(config: Config) -> torch.device:
 def finalize(
     request: Request, machine: Machine, dataset: TokenDataset, candidates: Sequence["Candidate"] = ()
 ) -> tuple[Config, Schedule, int]:
-    """Return the final configuration, in which nothing is auto or open, and the planned schedule.
+    """Return the final configuration, in which only `trainer.strategy` may be auto, and the planned schedule.
 
     Values that the user left open are set in this order:
 

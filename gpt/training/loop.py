@@ -305,7 +305,7 @@ def compile_all_lengths(fabric: Fabric, model: Any, spec: RunSpec, schedule: Sch
 def build_fabric(settings: TrainerConfig, callbacks: Sequence[Any] = ()) -> Fabric:
     """Return Fabric for the configured device. The processes have started and met already.
 
-    Autocast is our own: Fabric's is slower, and on one device `training_step` does not use it.
+    Each layer casts its own inputs: Fabric's autocast is slower, and does not reach `training_step` on one device.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     strategy: str | DDPStrategy = "auto"

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 # The shape of the decay. Each function takes the step, the step at which the decay starts, and the length of the run.
-# It returns how far the learning rate has fallen, from 0 at its peak to 1 at `final_lr`.
+# It returns how far the learning rate has fallen, from 0 at its peak to 1 at `final_lr`. Every function but `constant`
+# returns 1 at the end, so a textbook inverse square root must be scaled.
 
 
 def linear(step: int, decay_start: float, total_steps: int) -> float:
@@ -36,7 +37,7 @@ def lr_multiplier(
     """Return the learning rate as a fraction of its peak.
 
     It rises during the warmup (at most half the run), stays at 1, decays from `decay_from` on, and would reach
-    `final_lr` one step after the last.
+    `final_lr` one step after the last. With `constant` it does not decay.
 
     Args:
         step: The number of steps before this one.

@@ -107,7 +107,7 @@ def _resolve_overrides(config: Config, overrides: Mapping[str, Any]) -> dict[str
 
 
 def refuse_contradictions(request: Request) -> None:
-    """Raise `UserError` for the first value that contradicts another, or would have no effect."""
+    """Raise `UserError` for the first value that contradicts another, or belongs to another optimizer or tokenizer."""
     config, overrides = request.config, request.overrides
 
     def find_override(is_match: Callable[[str], bool]) -> str:

@@ -15,7 +15,7 @@ class RunSpec:
     """Everything that determines a run. It is complete before the loop starts, and holds no tensors.
 
     Args:
-        config: The final configuration, in which no value is `auto`.
+        config: The final configuration, in which only `trainer.strategy` may be `auto`.
         schedule: The planned schedule. If the horizon is a time, `TrainState` stores what the clock decides.
         dataset: The token ids to train and to validate on.
         checkpoint: The checkpoint to resume from; None for a new run.

@@ -290,7 +290,7 @@ def test_huggingface_folders(tmp_path, examples):
 # --- runs ---
 
 
-@repeat(12, 80)
+@repeat(20, 80)
 def test_runs(reference, stopped_run, tmp_path, examples):
     """The exit code is 0 with the weights of the reference, or 2 with one line."""
     expected = load_checkpoint(reference / "checkpoints/last.ckpt")["state_dict"]
