@@ -123,8 +123,9 @@ def measure_peak_memory(process: Process) -> int:
     """Wait for the end of a process, and return its largest address space in bytes."""
     peak = 0
     while process.poll() is None:
-        if match := re.search(r"VmPeak:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text()):
-            peak = 1024 * int(match[1])
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end before this line
+            if match := re.search(r"VmPeak:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text()):
+                peak = 1024 * int(match[1])
         time.sleep(0.01)
     assert process.end() == 0, process.output
     return peak
